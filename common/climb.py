@@ -1,0 +1,160 @@
+"""Climb the ladder: each stage is checked, set beside the one before it, then timed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+
+from common import bench, check, launch
+from stages import STAGES
+
+
+@dataclass
+class Step:
+    """What one stage did with a problem. Times in milliseconds; distance is the largest |O - O of the stage before|."""
+
+    number: int
+    name: str
+    idea: str
+    on: str
+    verdict: check.Verdict
+    problem: object
+    distance: float | None
+    ms: float | None = None
+    p20: float | None = None
+    p80: float | None = None
+
+    @property
+    def tflops(self):
+        return self.problem.flops / self.ms / 1e9 if self.ms else None
+
+
+class Climb:
+    """The problems that a run checks, their right answers (computed once), and the outputs of the last stage.
+
+    on  as of launch.bind; None: CUDA stages on the GPU where there is one
+    """
+
+    def __init__(self, problem, on=None):
+        self.problem, self.on = problem, on
+        self.cases = [(p, *self._prepare(p)) for p in check.relatives(problem)]
+        self.before = None
+
+    def _prepare(self, problem):
+        inputs = problem.inputs(self._xp())
+        return inputs, check.Reference(*inputs, causal=problem.causal)
+
+    def _xp(self):
+        if self.on == "gpu" or (self.on is None and launch.has_gpu()):
+            import cupy
+
+            return cupy
+        return np
+
+    def where(self, stage) -> str:
+        return self.on or ("gpu" if stage.is_cuda and launch.has_gpu() else "cpu")
+
+    def step(self, stage) -> Step:
+        """Checks the stage on every case; the worst verdict counts, where worst is the largest error / allowed."""
+        verdicts, on = [], self.where(stage)
+        for problem, inputs, reference in self.cases:
+            O = launch.attention(stage, *inputs, causal=problem.causal, on=on, poison=True)
+            verdicts.append((replace_where(reference.verdict(O), problem), problem))
+            if problem is self.cases[0][0]:
+                distance = None if self.before is None else check.largest(O - self.before)
+                self.before = O
+        verdict, problem = max(verdicts, key=lambda found: (not found[0].ok, found[0].error / found[0].allowed))
+        return Step(stage.number, stage.name, stage.idea, on, verdict, self.problem, distance)
+
+    def time(self, steps):
+        """Fills in the times of the right steps: all of one place in alternating rounds."""
+        _, inputs, _ = self.cases[0]
+        for clock, places in ((bench.time_gpu, ("gpu",)), (bench.time_cpu, ("cpu", "trace"))):
+            right = [s for s in steps if s.verdict.ok and s.on in places]
+            bound = {s.number: launch.bind(STAGES[s.number], *_move(inputs, s.on), causal=self.problem.causal, on=s.on) for s in right}
+            if bound:
+                times = clock(bound, least=5, target_ms=100, budget_ms=1000)
+                for s in right:
+                    s.ms, s.p20, s.p80 = times[s.number].ms, times[s.number].p20, times[s.number].p80
+
+
+def _move(arrays, on):
+    """NumPy for what runs on the CPU, so that no copy is timed."""
+    return [a if on == "gpu" or isinstance(a, np.ndarray) else a.get() for a in arrays]
+
+
+def replace_where(verdict, problem):
+    """The verdict, its words led by the case that was wrong."""
+    if verdict.ok:
+        return verdict
+    mask = "causal" if problem.causal else "full"
+    return replace(verdict, where=f"{problem.family} inputs, N = {problem.N}, {mask}: {verdict.where}")
+
+
+def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
+    """Prints what each stage does with the problem; 1 if one is wrong, else 0.
+
+    alone  one stage was asked for: it is set beside the one before it
+    """
+    from rich.console import Console
+
+    if alone and stages[0].number > 1:
+        stages = [STAGES[stages[0].number - 1], *stages]
+    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 130)
+    with console.status("preparing inputs and the float64 reference"):
+        run = Climb(problem, on)
+    mask = "causal" if problem.causal else "full"
+    console.print(f"[bold]B = {problem.batch}, H = {problem.heads}, N = {problem.N}, d = {problem.d}, {mask}[/], float32, seed {problem.seed}\n")
+    steps = []
+    for stage in stages:
+        with console.status(f"stage {stage.number}: compiling and checking"):
+            steps.append(run.step(stage))
+        _print_step(console, steps[-1])
+    with console.status("timing"):
+        run.time(steps)
+    if as_json:
+        print(json.dumps([asdict(s) | {"ok": s.verdict.ok, "tflops": s.tflops} for s in steps], indent=1))
+    else:
+        _print_table(console, steps)
+    return 0 if all(s.verdict.ok for s in steps) else 1
+
+
+def _print_step(console, step):
+    console.print(f"[bold]stage {step.number}  {step.name}[/]   {step.idea}")
+    word = "[green]right[/]" if step.verdict.ok else "[bold red]WRONG[/]"
+    distance = "" if step.distance is None else f"   distance to the stage before {step.distance:.1e}"
+    console.print(f"   {word}   {step.verdict}{distance}\n", soft_wrap=True)
+
+
+def _print_table(console, steps):
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    for name, justify in (("stage", "left"), ("", "left"), ("on", "left"), ("", "left"), ("error / allowed", "right"),
+                          ("ms", "right"), ("p20 – p80", "right"), ("× before", "right"), ("TFLOP/s", "right")):
+        table.add_column(name, justify=justify)
+    before = None
+    for s in steps:
+        ratio = f"{before / s.ms:.2f}" if before and s.ms else ""
+        table.add_row(
+            str(s.number), s.name, s.on.upper(), "[green]right[/]" if s.verdict.ok else "[red]WRONG[/]",
+            f"{s.verdict.error / s.verdict.allowed:.2f}", *((f"{s.ms:.3f}", f"{s.p20:.3f} – {s.p80:.3f}") if s.ms else ("", "")),
+            ratio, f"{s.tflops:.3f}" if s.ms else "",
+        )
+        before = s.ms
+    console.print(table)
+    places = {s.on for s in steps if STAGES[s.number].is_cuda}
+    if "cpu" in places:
+        from common.device import why_no_gpu
+
+        why = "no NVIDIA GPU" if not launch.has_gpu() else "as asked"
+        console.print(f"\n{why}: the .cu files ran on this CPU, thread by thread; these times say nothing about a GPU.")
+    if "trace" in places:
+        console.print("\ntraced: every memory access was watched, and none was at fault; these times say nothing at all.")
+    if "gpu" in places:
+        from common.device import gpu
+
+        console.print(f"\nThe .cu files ran on the {gpu().name}, the NumPy stages on the CPU.")

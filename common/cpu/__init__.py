@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 
 from . import abi
-from .rewrite import CompileError, blank, kernels, parameters, place, shared
+from .rewrite import CompileError, blank, kernels, parameters, place, reached, shared
 from .trace import KINDS, Example, Finding, LaunchError, LineCounts, Trace, Watched, counts_of, findings_of
 
 __all__ = ["compile", "compiler", "Kernel", "CompileError", "LaunchError",
@@ -186,7 +186,8 @@ def compile(source: str, *, name: str = "attention", mode: str = "fast") -> "Ker
         library = _build(cache / f"{key}.so", text,
                          [[*build, "kernel.o", *watch],
                           [*command, "-shared", "-pthread", "kernel.o", str(launcher), "-o", "out", *link]])
-        _loaded[key, name] = Kernel(library, entries.index(name), name, mode, parameters(source, plain), arrays)
+        _loaded[key, name] = Kernel(library, entries.index(name), name, mode, parameters(source, plain), arrays,
+                                    reached(source, plain))
     return _loaded[key, name]
 
 
@@ -202,7 +203,7 @@ class Kernel:
     signature: list of (parameter name, type as shim.h spells it).
     """
 
-    def __init__(self, library: Path, entry: int, name: str, mode: str, names: list, arrays: list):
+    def __init__(self, library: Path, entry: int, name: str, mode: str, names: list, arrays: list, reached: set):
         self.name, self.mode, self.library, self.arrays = name, mode, library, arrays
         self._c = ctypes.CDLL(str(library))
         self._c.cpu_wait.argtypes = [ctypes.c_double]
@@ -213,9 +214,9 @@ class Kernel:
         spelled = ctypes.create_string_buffer(4096)
         self._c[f"cpu_signature_{entry}"](spelled)
         self.signature = list(zip(names, spelled.value.decode().split(), strict=True))
-        self._lay_out(_plain(name))
+        self._lay_out(reached)
 
-    def _lay_out(self, function):
+    def _lay_out(self, reached):
         """Gives each shared array of this kernel its place in the arena, and adds up the bytes as nvcc would."""
         slots, number, size, element, align = [], ctypes.c_int(), ctypes.c_int64(), ctypes.c_int64(), ctypes.c_int64()
         while self._c.cpu_shared(len(slots), *map(ctypes.byref, (number, size, element, align))):
@@ -225,7 +226,7 @@ class Kernel:
         self._places = [0] * len(slots)           # offset of each slot, 0 where another kernel owns it
         for number, slot, size, element, align in sorted(slots):
             array = self.arrays[number]
-            if array.kernel and array.function != function:
+            if array.function not in reached:
                 continue
             self.shared_size_bytes = -(-self.shared_size_bytes // align) * align + size
             if self.shared_size_bytes > STATIC_LIMIT:
@@ -257,13 +258,14 @@ class Kernel:
         if (total := self.shared_size_bytes + shared_mem) > SHARED_LIMIT:
             raise LaunchError(f"{total:,} bytes of shared memory; no GPU has more than {SHARED_LIMIT:,} for a block")
         values = self._check(args)
-        if self.mode == "trace":
-            return self._trace(grid, block, args, values, shared_mem, time_limit)
-        late, _ = self._launch(grid, block, values, shared_mem, workers or os.cpu_count(), time_limit)
-        if findings := findings_of(self, late):
-            raise LaunchError(findings[0].message)
-        if self._c.cpu_done() < np.prod(grid, dtype=object):
-            raise LaunchError(f"kernel {self.name}: the system gave no memory or no threads to run it")
+        with _one_launch:
+            if self.mode == "trace":
+                return self._trace(grid, block, args, values, shared_mem, time_limit)
+            late, _ = self._launch(grid, block, values, shared_mem, workers or os.cpu_count(), time_limit)
+            if findings := findings_of(self, late):
+                raise LaunchError(findings[0].message)
+            if self._c.cpu_done() < np.prod(grid, dtype=object):
+                raise LaunchError(f"kernel {self.name}: the system gave no memory or no threads to run it")
 
     def _check(self, args):
         """The arguments as C values; raises LaunchError where they do not fit the signature."""
@@ -305,25 +307,23 @@ class Kernel:
         pointers = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(v) for v in values))
         launch = abi.Launch(self._entry, grid, block, ctypes.cast(pointers, ctypes.c_void_p),
                             self._dynamic_offset + shared_mem + ZONE, self._dynamic_offset, shared_mem)
-        with _one_launch:
-            begin = time.monotonic()
-            for slot, offset in enumerate(self._places):
-                c.cpu_place(slot, offset)
-            done, since, late, ended = 0, time.monotonic(), False, False
-            try:
-                c.cpu_start(ctypes.byref(launch), min(workers, int(np.prod(grid, dtype=object))))
-                while not (ended := c.cpu_wait(0.05)):
-                    if c.cpu_done() != done:
-                        done, since = c.cpu_done(), time.monotonic()
-                    elif not late and time.monotonic() - since > limit:
-                        late = True
-                        c.cpu_stop()
-            finally:
-                while not ended:                  # Ctrl-C: the threads use our arrays, so they must end first
+        for slot, offset in enumerate(self._places):
+            c.cpu_place(slot, offset)
+        begin = since = time.monotonic()
+        done, late, ended = 0, False, False
+        try:
+            c.cpu_start(ctypes.byref(launch), min(workers, int(np.prod(grid, dtype=object))))
+            while not (ended := c.cpu_wait(0.05)):
+                if c.cpu_done() != done:
+                    done, since = c.cpu_done(), time.monotonic()
+                elif not late and time.monotonic() - since > limit:
+                    late = True
                     c.cpu_stop()
-                    ended = c.cpu_wait(0.05)
-            seconds = time.monotonic() - begin
-        return limit if late else None, seconds
+        finally:
+            while not ended:                      # Ctrl-C: the threads use our arrays, so they must end first
+                c.cpu_stop()
+                ended = c.cpu_wait(0.05)
+        return limit if late else None, time.monotonic() - begin
 
     def _trace(self, grid, block, args, values, shared_mem, time_limit):
         """Runs on copies of the arrays, laid out with gaps, so that every stray address can be told from a good one."""

@@ -25,7 +25,6 @@ class SharedArray:
     line: int
     dynamic: bool        # declared `extern __shared__ T x[]`
     function: str        # the function it is declared in
-    kernel: bool         # that function is a kernel
 
 
 def blank(text):
@@ -108,6 +107,17 @@ def kernels(source) -> list[Function]:
     return [f for f in functions(blank(source)) if f.kernel]
 
 
+def reached(source, name) -> set[str]:
+    """The functions of a source that function `name` can call, itself included."""
+    code = blank(source)
+    calls = {f.name: set(re.findall(r"\w+", code[f.body : f.end])) for f in functions(code)}
+    found, new = set(), {name}
+    while new:
+        found |= new
+        new = {f for caller in new for f in calls.get(caller, ()) if f in calls} - found
+    return found
+
+
 def shared(source):
     """Returns (rewritten source, list of SharedArray). The position in the list is the array's number in C++."""
     code, arrays, edits = blank(source), [], []
@@ -168,7 +178,7 @@ def shared(source):
                 types = re.sub(rf"\b{name}\b(?=\s*(?:\[|,|$))", f"{name}_shared", types)
             new = "; ".join([f"typedef {types}", *(f"{n}_shared &{n} = cpu::shared<{n}_shared, {i}, ({align})>()"
                                                    for i, n in enumerate(names, len(arrays)))])
-        arrays += [SharedArray(n, file, line, dynamic, function.name, function.kernel) for n in names]
+        arrays += [SharedArray(n, file, line, dynamic, function.name) for n in names]
         lead = len(code[start:end]) - len(code[start:end].lstrip())
         newlines = source[start + lead : end].count("\n")
         edits.append((start + lead, end, new + "\n" * newlines))

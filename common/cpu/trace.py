@@ -300,6 +300,7 @@ def counts_of(kernel, watched) -> list[LineCounts]:
     sites = []
     while kernel._c.cpu_site(len(sites), ctypes.byref(s := abi.Counts())):
         sites.append(s)
+    sites = [s for s in sites if s.requests]
     lines = _look_up(kernel, {s.pc - 1 for s in sites})
     groups = {}
     for s in sites:

@@ -52,13 +52,12 @@ def attempt(path: Path, like: int, problem: Problem, on=None, tell=lambda words:
         for small in (Problem(1, 2, 100, problem.d, problem.causal), Problem(1, 2, 64, problem.d, problem.causal)):
             seen = watch.trace(stage, small, time_limit=TIME_LIMIT)
             if seen.findings:
-                return stop("trace", [f"traced at {watch.shape(small)}:", *watch.sentences(seen)], seen.findings)
+                return stop("trace", [f"traced at {small}:", *watch.sentences(seen)], seen.findings)
         tell("checking")
         for p in check.relatives(problem):
             verdict = check.check(stage, p, on=on)
             if not verdict.ok:
-                mask = "causal" if p.causal else "full"
-                return stop("check", [f"{p.family} inputs, B = {p.batch}, H = {p.heads}, N = {p.N}, d = {p.d}, {mask}: {verdict}", *explain(stage, p, on)])
+                return stop("check", [f"{p.family} inputs, {p}: {verdict}", *explain(stage, p, on)])
     except launch.CompileError as error:
         return stop("compile", [str(error)])
     except launch.LaunchError as error:
@@ -69,7 +68,8 @@ def attempt(path: Path, like: int, problem: Problem, on=None, tell=lambda words:
         import cupy
 
         inputs = [cupy.asarray(array) for array in inputs]
-    runs = {name: launch.bind(s, *inputs, causal=problem.causal, on=on) for name, s in ((path.name, stage), (f"stage {like}", STAGES[like]))}
+    both = {path.name: stage, f"stage {like}": STAGES[like]}
+    runs = {name: launch.bind(s, *inputs, causal=problem.causal, on=on) for name, s in both.items()}
     times = (bench.time_gpu if on == "gpu" else bench.time_cpu)(runs, least=5, target_ms=100, budget_ms=2000)
     return Attempt(str(path), like, True, "", [], [], on, {name: t.ms for name, t in times.items()})
 
@@ -84,9 +84,9 @@ def explain(stage, problem, on) -> list[str]:
         b, h, row = (int(i[0]) for i in untouched.nonzero())
         words.append(f"{int(untouched.sum())} of {untouched.size} rows were never written, the first in batch {b}, head {h}: row {row}")
     Bc = stage.tiles[problem.d].get("Bc", 1)
-    lengths = sorted({n for tile in range(1, -(-problem.N // Bc) + 1) for n in (Bc * tile - 1, Bc * tile, Bc * tile + 1) if 0 < n <= problem.N})
+    edges = range(Bc, problem.N + Bc, Bc)
     right = 0
-    for N in lengths:
+    for N in sorted({n for edge in edges for n in (edge - 1, edge, edge + 1) if 0 < n <= problem.N}):
         if not check.check(stage, replace(problem, N=N), on=on).ok:
             tiles = -(-N // Bc)
             ragged = f", whose last tile holds {N % Bc} of {Bc} keys" if N % Bc else ""
@@ -116,7 +116,7 @@ def main(path, like, problem, on=None, as_json=False) -> int:
     if found.right:
         console.print(f"[bold green]right[/]   {path}, like stage {like}: no races, no stray accesses, and the numbers of stage 1")
         (mine, a), (stage, b) = found.ms.items()
-        console.print(f"   {mine} {a:.3f} ms, {stage} {b:.3f} ms at {watch.shape(problem)}: {b / a:.2f} times as fast")
+        console.print(f"   {mine} {a:.3f} ms, {stage} {b:.3f} ms at {problem}: {b / a:.2f} times as fast")
         if found.on == "cpu":
             console.print("   both on this CPU, thread by thread: these times say nothing about a GPU")
     else:

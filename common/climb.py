@@ -90,8 +90,7 @@ def replace_where(verdict, problem):
     """The verdict, its words led by the case that was wrong."""
     if verdict.ok:
         return verdict
-    mask = "causal" if problem.causal else "full"
-    return replace(verdict, where=f"{problem.family} inputs, N = {problem.N}, {mask}: {verdict.where}")
+    return replace(verdict, where=f"{problem.family} inputs, {problem}: {verdict.where}")
 
 
 def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
@@ -106,8 +105,7 @@ def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
     console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 130)
     with console.status("preparing inputs and the float64 reference"):
         run = Climb(problem, on)
-    mask = "causal" if problem.causal else "full"
-    console.print(f"[bold]B = {problem.batch}, H = {problem.heads}, N = {problem.N}, d = {problem.d}, {mask}[/], float32, seed {problem.seed}\n")
+    console.print(f"[bold]{problem}[/], float32, seed {problem.seed}\n")
     steps = []
     for stage in stages:
         with console.status(f"stage {stage.number}: compiling and checking"):
@@ -148,7 +146,6 @@ def _print_table(console, steps):
     console.print(table)
     places = {s.on for s in steps if STAGES[s.number].is_cuda}
     if "cpu" in places:
-        from common.device import why_no_gpu
 
         why = "no NVIDIA GPU" if not launch.has_gpu() else "as asked"
         console.print(f"\n{why}: the .cu files ran on this CPU, thread by thread; these times say nothing about a GPU.")

@@ -33,6 +33,10 @@ class Problem:
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch, self.heads, self.N, self.d
 
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"B = {self.batch}, H = {self.heads}, N = {self.N}, d = {self.d}, {mask}"
+
     @property
     def scale(self) -> float:
         return self.d**-0.5

@@ -46,31 +46,26 @@ def worse(counts) -> bool:
     return counts.cost > counts.ideal
 
 
+GUTTER = "{:>4} {:<13} {:>9} {:>9} {:>15} {:>6} {:1} "
+
+
 def listing(stage, seen):
-    """The source as a rich table: beside each line that touches memory, what it asked for."""
-    from rich.table import Table
+    """The source, line by line, as rich text: beside each line that touches memory, what it asked for."""
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 1, 0, 0))
-    for name, justify in (("line", "right"), ("memory", "left"), ("requests", "right"), ("bytes", "right"),
-                          ("per request", "right"), ("ideal", "right"), ("", "left"), ("", "left")):
-        table.add_column(name, justify=justify, no_wrap=True)
+    yield Text(GUTTER.format("line", "memory", "requests", "bytes", "per request", "ideal", ""), style="dim")
     for number, text in enumerate(stage.text.splitlines(), 1):
         found = [c for c in seen.at(number) if c.file == stage.file]
         wrong = any(number in (f.line, f.other_line) for f in seen.findings)
         source = Text(text, style="bold red" if wrong else "" if found else "dim")
         if not found:
-            table.add_row(str(number), "", "", "", "", "", "✗" if wrong else "", source)
+            yield Text(GUTTER.format(number, *[""] * 5, "✗" if wrong else ""), style="red" if wrong else "dim") + source
         for c in found:
-            unit = "sectors" if c.space == "global" else "wavefronts"
-            bad = worse(c)
-            table.add_row(
-                str(number), f"{c.space} {c.op}", _count(c.requests), _bytes(c.bytes),
-                Text(f"{c.per_request:.1f} {unit}", style="yellow" if bad else ""), f"{c.ideal_per_request:.1f}",
-                "✗" if wrong else "◀" if bad else "", source,
-            )
-            number, source = "", ""
-    return table
+            cost = f"{c.per_request:.1f} {'sectors' if c.space == 'global' else 'wavefronts'}"
+            mark = "✗" if wrong else "◀" if worse(c) else ""
+            cells = number, f"{c.space} {c.op}", _count(c.requests), _bytes(c.bytes), cost, f"{c.ideal_per_request:.1f}", mark
+            yield Text(GUTTER.format(*cells), style="red" if wrong else "yellow" if mark else "") + source
+            number, source = "", Text("")
 
 
 def totals(seen, problem) -> list[str]:
@@ -80,7 +75,8 @@ def totals(seen, problem) -> list[str]:
         f"global memory: {_bytes(seen.global_load_bytes)} loaded, {_bytes(seen.global_store_bytes)} stored; "
         f"{problem.flops / asked:.2f} FLOP for each byte asked",
         f"the algorithm needs {_bytes(least)} at least (Q, K, V read once, O written once): {asked / least:.1f} times that was asked",
-        f"shared memory: {_bytes(seen.shared_bytes)} a block; {_bytes(seen.shared_load_bytes)} loaded, {_bytes(seen.shared_store_bytes)} stored",
+        f"shared memory: {_bytes(seen.shared_bytes)} a block; "
+        f"{_bytes(seen.shared_load_bytes)} loaded, {_bytes(seen.shared_store_bytes)} stored",
     ]
 
 
@@ -91,21 +87,18 @@ def sentences(seen) -> list[str]:
     return ["no races, no stray accesses, no uninitialised reads"]
 
 
-def shape(problem) -> str:
-    return f"B = {problem.batch}, H = {problem.heads}, N = {problem.N}, d = {problem.d}, {'causal' if problem.causal else 'full'}"
-
-
 def main(stage, problem, picture=None, as_json=False) -> int:
     """`make trace-4`: 1 if anything was found, else 0."""
     from rich.console import Console
 
-    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 200)
     with console.status("tracing"):
         seen = trace(stage, problem)
     if as_json:
         print(json.dumps(seen.to_json() | {"flops": problem.flops, "least_bytes": least_bytes(problem)}, indent=1))
-    console.print(f"[bold]{stage.file}[/]   {shape(problem)}\n")
-    console.print(listing(stage, seen))
+    console.print(f"[bold]{stage.file}[/]   {problem}\n")
+    for line in listing(stage, seen):  # on a narrow terminal the source is cut off, not the counts
+        console.print(line, no_wrap=True, overflow="ellipsis")
     console.print()
     if not seen.completed:
         console.print("[red]The launch was stopped: the counts end there.[/]")
@@ -144,8 +137,8 @@ def traffic(problem, picture=None, as_json=False) -> int:
         for n, t in traces.items()
     ]
     if as_json:
-        print(json.dumps(dict(problem=shape(problem), least_bytes=least, rows=rows), indent=1))
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title=shape(problem), title_justify="left")
+        print(json.dumps(dict(problem=str(problem), least_bytes=least, rows=rows), indent=1))
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title=str(problem), title_justify="left")
     for name in ("stage", "", "global loads", "global stores", "× least", "FLOP/byte", "shared loads", "shared a block", "conflicts"):
         table.add_column(name, justify="left" if name in ("stage", "") else "right")
     for r in rows:

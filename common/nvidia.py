@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from common import bench, device, watch
@@ -29,6 +29,7 @@ TOOLS = {
     "initcheck": "global memory that is read before it is written",
     "synccheck": "barriers that not all threads reach",
 }
+PADDING = {"memcheck": ("--padding", "1024")}  # else one array's end is the next one's start, and memcheck sees nothing
 # What the trace counts, and Nsight Compute's name for it: {ld,st} is filled in.
 COUNTERS = {
     "global requests": "l1tex__t_requests_pipe_lsu_mem_global_op_{}.sum",
@@ -88,6 +89,7 @@ def sanitizer() -> str | None:
 def examine(jobs, tool) -> list[list[str]]:
     """Runs one of TOOLS over all jobs in one process: the sentences that it printed for each job, without repeats."""
     command = [sanitizer(), "--tool", tool, "--destroy-on-device-error", "kernel", "--print-limit", "200", "--show-backtrace", "no"]
+    command += PADDING.get(tool, ())
     output = _watched(command, jobs)
     parts = re.split(rf"^{MARK} (\d+)$", output, flags=re.M)
     found = [[] for _ in jobs]
@@ -113,7 +115,7 @@ def sanitize(stage, problem, as_json=False) -> int:
     if as_json:
         print(json.dumps(seen, indent=1))
         return 1 if any(seen.values()) else 0
-    print(f"{stage.file}   {watch.shape(problem)}   on the {device.gpu().name}, memory pools off\n")
+    print(f"{stage.file}   {problem}   on the {device.gpu().name}, memory pools off\n")
     for tool, what in TOOLS.items():
         print(f"{tool:<10} {what}: {'nothing' if not seen[tool] else ''}")
         for sentence in seen[tool][:10]:
@@ -167,7 +169,8 @@ def compare(cases) -> list[dict]:
 
 
 def profile(stage, problem, as_json=False, save=None, commit=None) -> int:
-    """`make profile-4`: one stage; `make profile`: every CUDA stage at four shapes, kept as a record."""
+    """`make profile-4`: one stage. `python -m stages profile`: every CUDA stage at four shapes, and every planted race and
+    stray access under compute-sanitizer, kept as a record."""
     if not device.gpu() or not shutil.which("ncu"):
         raise RuntimeError(device.why_no_gpu() or "ncu (Nsight Compute) is not on the PATH: it comes with the CUDA toolkit")
     if stage:
@@ -177,8 +180,9 @@ def profile(stage, problem, as_json=False, save=None, commit=None) -> int:
     cuda = [s for s in STAGES.values() if s.is_cuda]
     rows = compare([(s, Problem(N=N, d=d)) for s in cuda for N in (256, 1024) for d in (64, 128)])
     commit, refusal = bench.provenance(commit or os.environ.get("COMMIT"))
-    record = dict(facts=device.facts(), commit=commit, date=datetime.now(timezone.utc).isoformat(timespec="seconds"), rows=rows)
-    print(json.dumps(record, indent=1) if as_json else markdown(rows))
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    record = dict(facts=device.facts(), commit=commit, date=date, rows=rows, bugs=sanitized())
+    print(json.dumps(record, indent=1) if as_json else markdown(rows) + "\n\n" + bugs_markdown(record["bugs"]))
     if refusal:
         print(f"Not saved: {refusal}.", file=sys.stderr)
         return 0
@@ -186,6 +190,30 @@ def profile(stage, problem, as_json=False, save=None, commit=None) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return 0
+
+
+def sanitized() -> list[dict]:
+    """Every planted race and stray access under the four tools: {"stage", "bug", "expected", "seen": {tool: sentences}}."""
+    from stages.bugs import BUGS, LENGTHS
+
+    bugs = [bug for bug in BUGS if bug.nvidia]
+    jobs = [job(bug.planted(), Problem(1, 2, N, bug.d)) for bug in bugs for N in LENGTHS]
+    seen = {tool: examine(jobs, tool) for tool in TOOLS}
+    n = len(LENGTHS)
+    return [
+        dict(stage=bug.stage, bug=bug.name, expected=bug.nvidia,
+             seen={tool: sum(found[n * i : n * i + n], [])[:3] for tool, found in seen.items() if any(found[n * i : n * i + n])})
+        for i, bug in enumerate(bugs)
+    ]
+
+
+def bugs_markdown(rows) -> str:
+    """A table: the bug, which tool saw it and in what words, or why none could."""
+    lines = ["| stage | planted bug | compute-sanitizer |", "|--:|:--|:--|"]
+    for row in rows:
+        words = "; ".join(f"{tool}: {sentences[0]}" for tool, sentences in row["seen"].items())
+        lines.append(f"| {row['stage']} | {row['bug']} | {words or row['expected']} |")
+    return "\n".join(lines)
 
 
 def markdown(rows) -> str:
@@ -202,13 +230,14 @@ def markdown(rows) -> str:
 
 
 def readme() -> None:
-    """The table of common/cpu/README.md, called through cog."""
+    """The tables of common/cpu/README.md, called through cog."""
     import cog
 
     for path in sorted(RECORDS.glob("*.json")):
         record = json.loads(path.read_text())
-        cog.outl(f"{record['facts']['gpu']['name']}, driver {record['facts']['gpu']['driver']}, commit {record['commit'][:12]}, {record['date']}:\n")
-        cog.outl(markdown(record["rows"]))
+        gpu = record["facts"]["gpu"]
+        cog.outl(f"{gpu['name']}, driver {gpu['driver']}, commit {record['commit'][:12]}, {record['date'][:10]}:\n")
+        cog.outl(f"{markdown(record['rows'])}\n\n{bugs_markdown(record['bugs'])}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ class Bug:
     caught_by  check, compiler, resources, executor, trace or far
     kind     of a trace: the kind of the finding, or "sectors" or "wavefronts" for what is right but slow
     at       of a trace: texts of the lines that it must name, all of them and no others
+    nvidia   the tool of compute-sanitizer that sees it on a GPU too, or why none does
     """
 
     name: str
@@ -41,6 +42,7 @@ class Bug:
     tiles: dict = field(default_factory=dict, hash=False)
     kind: str = ""
     at: tuple[str, ...] = ()
+    nvidia: str = ""
 
     def lines(self, text: str) -> set[int]:
         """The numbers of the lines `at` in a source."""
@@ -65,6 +67,7 @@ SILENT = "numbers that look right"
 CLEAN = "right on normal inputs"
 RARELY = "right on most runs, on most machines"
 SLOW = "right, and slow"
+LENGTHS = (100, 20)  # of what is traced: with a ragged last tile, and with less than one tile
 DONE = "__syncthreads();  // all threads are done with the last tile"
 THERE = "__syncthreads();  // all of this tile is there"
 
@@ -106,7 +109,8 @@ BUGS = [
     Bug("the output is not rescaled", 4, (("o[x] *= alpha;", ""),), SILENT),
     Bug("< for <= in the causal mask", 4, (("j0 + j <= row)", "j0 + j < row)"),), "NaN in the first row, when causal"),
     Bug("threads without a row return early", 4, (("const int row = row0 + i;", "const int row = row0 + i; if (row >= N) return;"),),
-        "works on some GPUs, hangs on others: the tile's other threads wait at a barrier", "executor"),
+        "works on some GPUs, hangs on others: the tile's other threads wait at a barrier", "executor",
+        nvidia="none: since Volta, a thread that has left counts as arrived"),
     Bug("offsets are counted in 32 bits", 4, (("blockIdx.x / tiles * (size_t)N * d", "blockIdx.x / tiles * N * d"),),
         "right until a batch is large, then another head's numbers", "far", d=128),
     # -- stage 5: scores in registers, float4 --
@@ -114,40 +118,57 @@ BUGS = [
         (("#pragma unroll\n            for (int j = 0; j < Bc; j++) {", "#pragma unroll 1\n            for (int j = 0; j < Bc; j++) {"),),
         "right, and slow: s is in local memory", "resources"),
     Bug("three of the four floats are multiplied", 5, (("                s[j] += q.w * k.w;\n", ""),), SILENT),
-    Bug("the causal loop ends one tile early", 5, (("causal ? min(row0 + Br, N) : N", "causal ? min(row0 + Br - Bc, N) : N"),), "right when full"),
+    Bug("the causal loop ends one tile early", 5,
+        (("causal ? min(row0 + Br, N) : N", "causal ? min(row0 + Br - Bc, N) : N"),), "right when full"),
     Bug("the sum is rescaled twice", 5, (("l *= alpha;", "l *= alpha * alpha;"),), SILENT),
     Bug("the output is not divided by the sum", 5, (("o[x].w / l}", "o[x].w}"),), "right in three features of four"),
-    Bug("V is read from the opposite head", 5, (("V += head;", "V += (gridDim.x / tiles - 1) * (size_t)N * d - head;"),), "right with one head"),
+    Bug("V is read from the opposite head", 5,
+        (("V += head;", "V += (gridDim.x / tiles - 1) * (size_t)N * d - head;"),), "right with one head"),
     # -- races: right on most runs --
-    Bug("no barrier after the load", 4, ((THERE, ""),), RARELY, "trace", kind="race", at=("Ks[t / d][t % d] =", "s += Qs[i][x]")),
-    Bug("no barrier before the load", 4, ((DONE, ""),), RARELY, "trace", kind="race", at=("Ks[t / d][t % d] =", "s += Qs[i][x]")),
+    Bug("no barrier after the load", 4, ((THERE, ""),), RARELY, "trace", kind="race", at=("Ks[t / d][t % d] =", "s += Qs[i][x]"),
+        nvidia="racecheck"),
+    Bug("no barrier before the load", 4, ((DONE, ""),), RARELY, "trace", kind="race", at=("Ks[t / d][t % d] =", "s += Qs[i][x]"),
+        nvidia="racecheck"),
     Bug("no barrier after the load", 5, ((THERE, ""),), RARELY, "trace", kind="race",
-        at=("Vs[t / (d / 4)][t % (d / 4)] =", "v = Vs[j][x]")),
+        at=("Vs[t / (d / 4)][t % (d / 4)] =", "v = Vs[j][x]"),
+        nvidia="racecheck"),
     Bug("no barrier before the load", 5, ((DONE, ""),), RARELY, "trace", kind="race",
-        at=("Vs[t / (d / 4)][t % (d / 4)] =", "v = Vs[j][x]")),
+        at=("Vs[t / (d / 4)][t % (d / 4)] =", "v = Vs[j][x]"),
+        nvidia="racecheck"),
     Bug("blocks of one warp, without __syncwarp", 4, ((THERE, ""), (DONE, "__syncwarp();")), RARELY, "trace", tiles=dict(Br=32),
-        kind="race", at=("Ks[t / d][t % d] =", "s += Qs[i][x]")),
+        kind="race", at=("Ks[t / d][t % d] =", "s += Qs[i][x]"),
+        nvidia="racecheck"),
     Bug("two blocks write one row", 3, (("% tiles * Br", "% tiles * (Br - 1)"),), "the last rows are missing", "trace",
-        kind="race between blocks", at=("= o[x] / l",)),
+        kind="race between blocks", at=("= o[x] / l",),
+        nvidia="none: racecheck watches shared memory alone"),
     Bug("a barrier in a branch", 4, ((THERE, "if (row < N) __syncthreads();"),), "hangs, or is wrong, when N is no multiple of the tile",
-        "trace", kind="divergent barrier", at=("if (row < N) __syncthreads();", DONE)),
+        "trace", kind="divergent barrier", at=("if (row < N) __syncthreads();", DONE),
+        nvidia="synccheck"),
     # -- stray accesses --
     Bug("one key too many is read", 3, (("j < keys", "j <= keys"),), "an illegal address, or numbers from elsewhere", "trace",
-        kind="out of bounds", at=("s += q[x]",)),
+        kind="out of bounds", at=("s += q[x]",),
+        nvidia="memcheck"),
     Bug("rows past N are written", 5, (("if (row < N)  //", "if (true)  //"),), "another head's rows are overwritten", "trace",
-        kind="out of bounds", at=("o[x].w / l",)),
-    Bug("one key past the tile is read", 4, (("for (int j = 0; j < Bc; j++) {\n            float s", "for (int j = 0; j <= Bc; j++) {\n            float s"),),
-        "numbers from the next tile in shared memory", "trace", kind="out of bounds", at=("s += Qs[i][x]",)),
-    Bug("the tail of a tile is not filled", 5, (("Vs[t / (d / 4)][t % (d / 4)] = inside", "if (inside) Vs[t / (d / 4)][t % (d / 4)] = inside"),),
-        "NaN now and then: 0 times what shared memory held before", "trace", kind="uninitialised shared read", at=("v = Vs[j][x]",)),
+        kind="out of bounds", at=("o[x].w / l",),
+        nvidia="memcheck"),
+    Bug("one key past the tile is read", 4,
+        (("j < Bc; j++) {\n            float s", "j <= Bc; j++) {\n            float s"),),
+        "numbers from the next tile in shared memory", "trace", kind="out of bounds", at=("s += Qs[i][x]",),
+        nvidia="none: memcheck knows where a block's shared memory ends, not where one array in it does"),
+    Bug("the tail of a tile is not filled", 5,
+        (("Vs[t / (d / 4)][t % (d / 4)] = inside", "if (inside) Vs[t / (d / 4)][t % (d / 4)] = inside"),),
+        "NaN now and then: 0 times what shared memory held before", "trace", kind="uninitialised shared read", at=("v = Vs[j][x]",),
+        nvidia="none: initcheck watches global memory alone"),
     Bug("a float4 at an address that is not a multiple of 16", 5, (("(Q + (size_t)row0 * d))[t]", "(Q + (size_t)row0 * d + 1))[t]"),),
-        "a misaligned address", "trace", kind="misaligned", at=("Qs[t / (d / 4)]",)),
+        "a misaligned address", "trace", kind="misaligned", at=("Qs[t / (d / 4)]",),
+        nvidia="memcheck"),
     # -- right, and slow --
     Bug("Q is not padded", 4, (("Qs[Br][d + 1]", "Qs[Br][d]"),), SLOW, "trace", kind="wavefronts", at=("s += Qs[i][x]",)),
     Bug("S is not padded", 4, (("S[Br][Bc + 1]", "S[Br][Bc]"),), SLOW, "trace", kind="wavefronts", at=("S[i][j] = s;",)),
     Bug("Q is not padded", 5, (("Qs[Br][d / 4 + 1]", "Qs[Br][d / 4]"),), SLOW, "trace", kind="wavefronts", at=("q = Qs[i][x]",)),
     Bug("a warp reads a column of Q", 4,
-        (("Qs[t / d][t % d] = row0 + t / d < N ? Q[(size_t)row0 * d + t]", "Qs[t % Br][t / Br] = row0 + t % Br < N ? Q[(size_t)(row0 + t % Br) * d + t / Br]"),),
+        (("Qs[t / d][t % d] = row0 + t / d < N ? Q[(size_t)row0 * d + t]",
+          "Qs[t % Br][t / Br] = row0 + t % Br < N ? Q[(size_t)(row0 + t % Br) * d + t / Br]"),),
         SLOW, "trace", kind="sectors", at=("Qs[t % Br]",)),
 ]
 
@@ -165,7 +186,7 @@ def catch(bug: Bug, on=None) -> tuple[str, str]:
         for problem in check.relatives(Problem(1, 2, 200, bug.d)):
             verdict = check.check(stage, problem, on=on)
             if not verdict.ok:
-                return "check", f"{problem.family}, N = {problem.N}, {'causal' if problem.causal else 'full'}: {verdict}"
+                return "check", f"{problem.family} inputs, {problem}: {verdict}"
     except launch.CompileError as error:
         return "compiler", str(error)
     except launch.LaunchError as error:
@@ -191,7 +212,7 @@ def _trace(bug, stage) -> str:
         seen = watch.trace(stage, Problem(1, 2, 128, bug.d))
         return next((f"{c.file}:{line}: {c.per_request:.1f} {unit} a request, {c.ideal_per_request:.1f} would do"
                      for c in seen.at(line, space) if watch.worse(c)), "")
-    found = (f for N in (100, 20) for f in watch.trace(stage, Problem(1, 2, N, bug.d)).findings)
+    found = (f for N in LENGTHS for f in watch.trace(stage, Problem(1, 2, N, bug.d)).findings)
     return next((f.message for f in found if f.kind == bug.kind and {f.line, f.other_line} - {None} == lines), "")
 
 

@@ -142,13 +142,14 @@ def test_every_stage_of_the_ladder_is_in_every_record():
 MARKERS = "before\n<!-- [[[cog from common.table import readme; readme() ]]] -->\n{}<!-- [[[end]]] -->\nafter\n"
 
 
-def test_readme_is_as_generated():
+@pytest.mark.parametrize("page, source", [("README.md", "common.table"), ("common/cpu/README.md", "common.nvidia")])
+def test_readme_is_as_generated(page, source):
     cogapp = pytest.importorskip("cogapp", reason="cogapp is not installed")
-    text = table.README.read_text(encoding="utf-8")
-    assert "from common.table import readme" in text
+    text = (bench.ROOT / page).read_text(encoding="utf-8")
+    assert f"from {source} import readme" in text
     cog = cogapp.Cog()
     cog.options.include_path = [str(bench.ROOT)]
-    assert cog.process_string(text) == text, "README.md is not up to date: make timings, or cog -r README.md"
+    assert cog.process_string(text) == text, f"{page} is not up to date: cog -r {page}"
 
 
 def test_update_readme(tmp_path, record, monkeypatch):

@@ -197,12 +197,11 @@ def sanitized() -> list[dict]:
     from stages.bugs import BUGS, LENGTHS
 
     bugs = [bug for bug in BUGS if bug.nvidia]
-    jobs = [job(bug.planted(), Problem(1, 2, N, bug.d)) for bug in bugs for N in LENGTHS]
+    jobs = [job(bug.planted(), Problem(1, 2, LENGTHS[0], bug.d)) for bug in bugs]
     seen = {tool: examine(jobs, tool) for tool in TOOLS}
-    n = len(LENGTHS)
     return [
         dict(stage=bug.stage, bug=bug.name, expected=bug.nvidia,
-             seen={tool: sum(found[n * i : n * i + n], [])[:3] for tool, found in seen.items() if any(found[n * i : n * i + n])})
+             seen={tool: found[i][:3] for tool, found in seen.items() if found[i]})
         for i, bug in enumerate(bugs)
     ]
 

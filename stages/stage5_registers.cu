@@ -4,6 +4,10 @@
 // block  Br threads, a row each
 // shared Qs, Ks, Vs: 4 (Br (d + 4) + 2 Bc d) bytes
 //
+// Why both at once: with a tile's scores in registers, the loop over features can go outside the loop over keys. One read
+// of q then serves Bc keys, and Bc sums no longer wait for each other. What is left to pay for is reads of shared
+// memory, and a float4 read feeds four products.
+//
 // The trap: float s[Bc] is in registers only if every loop over it is unrolled. One that is not, and the
 // compiler puts the whole array in local memory, which is global memory under another name.
 extern "C" __global__

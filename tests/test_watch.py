@@ -105,7 +105,8 @@ def test_a_right_kernel(tmp_path):
 def test_a_race_is_named_by_its_lines(tmp_path):
     found = examine(tmp_path, ("__syncthreads();  // all of this tile is there", ""))
     assert found.stopped == "trace" and found.findings[0]["kind"] == "race"
-    assert "my kernel.cu:40" in found.words[1] and "my kernel.cu:55" in found.words[1]
+    load, use = line_of("Ks[t / (d / 4)][t % (d / 4)] ="), line_of("k = Ks[j][x]")
+    assert f"my kernel.cu:{load}" in found.words[1] and f"my kernel.cu:{use}" in found.words[1]
 
 
 def test_wrong_numbers_are_placed(tmp_path):

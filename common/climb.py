@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import asdict, dataclass, replace
 
@@ -60,14 +61,19 @@ class Climb:
     def step(self, stage) -> Step:
         """Checks the stage on every case; the worst verdict counts, where worst is the largest error / allowed."""
         verdicts, on = [], self.where(stage)
+        before, self.before, distance = self.before, None, None
         for problem, inputs, reference in self.cases:
-            O = launch.attention(stage, *inputs, causal=problem.causal, on=on, poison=True)
-            verdicts.append((replace_where(reference.verdict(O), problem), problem))
-            if problem is self.cases[0][0]:
-                distance = None if self.before is None else check.largest(O - self.before)
+            try:
+                O = launch.attention(stage, *inputs, causal=problem.causal, on=on, poison=True)
+            except (launch.CompileError, launch.LaunchError) as error:
+                verdicts.append(check.Verdict(math.nan, reference.allowed, str(error)))
+                break
+            verdicts.append(_placed(reference.verdict(O), problem))
+            if problem == self.problem:
+                distance = None if before is None else check.largest(O - before)
                 self.before = O
-        verdict, problem = max(verdicts, key=lambda found: (not found[0].ok, found[0].error / found[0].allowed))
-        return Step(stage.number, stage.name, stage.idea, on, verdict, self.problem, distance)
+        worst = max(verdicts, key=lambda verdict: (not verdict.ok, verdict.error / verdict.allowed))
+        return Step(stage.number, stage.name, stage.idea, on, worst, self.problem, distance)
 
     def time(self, steps):
         """Fills in the times of the right steps: all of one place in alternating rounds."""
@@ -86,7 +92,7 @@ def _move(arrays, on):
     return [a if on == "gpu" or isinstance(a, np.ndarray) else a.get() for a in arrays]
 
 
-def replace_where(verdict, problem):
+def _placed(verdict, problem):
     """The verdict, its words led by the case that was wrong."""
     if verdict.ok:
         return verdict
@@ -146,11 +152,10 @@ def _print_table(console, steps):
     console.print(table)
     places = {s.on for s in steps if STAGES[s.number].is_cuda}
     if "cpu" in places:
-
         why = "no NVIDIA GPU" if not launch.has_gpu() else "as asked"
         console.print(f"\n{why}: the .cu files ran on this CPU, thread by thread; these times say nothing about a GPU.")
     if "trace" in places:
-        console.print("\ntraced: every memory access was watched, and none was at fault; these times say nothing at all.")
+        console.print("\ntraced: every memory access was watched; these times say nothing at all.")
     if "gpu" in places:
         from common.device import gpu
 

@@ -20,8 +20,8 @@ def main(arguments=None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
-    except (ValueError, TypeError, OSError, RuntimeError) as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
+        print(f"{type(error).__name__}: {error or 'this shape needs more memory than there is'}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
         print(f"{error.name} is not installed here: `make doctor` says how to get it", file=sys.stderr)

@@ -1,6 +1,7 @@
 """The command line: what make calls."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -33,6 +34,18 @@ def test_a_wrong_stage_exits_1(capsys, monkeypatch):
     assert main(["run", "3", "--n", "70", "--on", "cpu"]) == 1
     out = capsys.readouterr().out
     assert "WRONG" in out and "rows wrong" in out
+
+
+@pytest.mark.parametrize("old, new, on, words", [
+    ("float s = 0;", "float s = zero;", "cpu", r"stages/stage3_naive.cu:\d+: .*zero"),
+    ("if (row >= N) return;", "if (row >= N) return; while (true) __syncthreads();", "cpu", "waits at this barrier"),
+    ("j < keys", "j <= keys", "trace", "but K has"),
+])  # fmt: skip
+def test_a_stage_that_does_not_compile_or_run_is_wrong(old, new, on, words, capsys, monkeypatch):
+    monkeypatch.setitem(stages.STAGES, 3, STAGES[3].patched(STAGES[3].text.replace(old, new)))
+    assert main(["run", "3", "--n", "70", "--on", on]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out and re.search(words, out)
 
 
 @pytest.mark.parametrize(

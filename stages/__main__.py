@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +21,9 @@ def main(arguments=None) -> int:
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stdout = open(os.devnull, "w")
+        return 0
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
         print(f"{type(error).__name__}: {error or 'this shape needs more memory than there is'}", file=sys.stderr)
         return 2

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
-from common import bench, check, launch
+from common import bench, check, device, launch
 from stages import STAGES
 
 
@@ -114,6 +114,9 @@ def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
     console.print(f"[bold]{problem}[/], float32, seed {problem.seed}\n")
     steps = []
     for stage in stages:
+        if why := device.can_run(stage, "gpu" if run.where(stage) == "gpu" else "cpu"):
+            console.print(f"[bold]stage {stage.number}  {stage.name}[/]   {stage.idea}\n   left out: {why}\n", soft_wrap=True)
+            continue
         with console.status(f"stage {stage.number}: compiling and checking"):
             steps.append(run.step(stage))
         _print_step(console, steps[-1])
@@ -157,6 +160,4 @@ def _print_table(console, steps):
     if "trace" in places:
         console.print("\ntraced: every memory access was watched; these times say nothing at all.")
     if "gpu" in places:
-        from common.device import gpu
-
-        console.print(f"\nThe .cu files ran on the {gpu().name}, the NumPy stages on the CPU.")
+        console.print(f"\nThe .cu files ran on the {device.gpu().name}, the NumPy stages on the CPU.")

@@ -48,6 +48,13 @@ def test_a_stage_that_does_not_compile_or_run_is_wrong(old, new, on, words, caps
     assert "WRONG" in out and re.search(words, out)
 
 
+def test_without_a_compiler_the_numpy_stages_run(capsys, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["run", "2", "3", "--n", "70", "--on", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "left out: There is no C++ compiler" in out and "right" in out and "WRONG" not in out
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [

@@ -115,7 +115,7 @@ def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
     steps = []
     for stage in stages:
         if why := device.can_run(stage, "gpu" if run.where(stage) == "gpu" else "cpu"):
-            console.print(f"[bold]stage {stage.number}  {stage.name}[/]   {stage.idea}\n   left out: {why}\n", soft_wrap=True)
+            console.print(f"[bold]stage {stage.number}  {stage.name}[/]   {stage.idea}\n   left out: {why} `make doctor` says what would mend that.\n", soft_wrap=True)
             continue
         with console.status(f"stage {stage.number}: compiling and checking"):
             steps.append(run.step(stage))

@@ -241,7 +241,7 @@ def can_run(stage, on: str) -> str:
     if not version("numpy"):
         return "NumPy is missing."
     if stage.is_cuda and not compiler():
-        return f"There is no C++ compiler, and on the CPU a .cu file is compiled with one: {_mend_compiler()}"
+        return "There is no C++ compiler, and on the CPU a .cu file is compiled with one."
     return ""
 
 

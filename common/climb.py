@@ -115,7 +115,8 @@ def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
     steps = []
     for stage in stages:
         if why := device.can_run(stage, "gpu" if run.where(stage) == "gpu" else "cpu"):
-            console.print(f"[bold]stage {stage.number}  {stage.name}[/]   {stage.idea}\n   left out: {why} `make doctor` says what would mend that.\n", soft_wrap=True)
+            _print_head(console, stage)
+            console.print(f"   left out: {why} `make doctor` says what would mend that.\n", soft_wrap=True)
             continue
         with console.status(f"stage {stage.number}: compiling and checking"):
             steps.append(run.step(stage))
@@ -129,8 +130,12 @@ def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
     return 0 if all(s.verdict.ok for s in steps) else 1
 
 
+def _print_head(console, stage):
+    console.print(f"[bold]stage {stage.number}  {stage.name}[/]   {stage.idea}")
+
+
 def _print_step(console, step):
-    console.print(f"[bold]stage {step.number}  {step.name}[/]   {step.idea}")
+    _print_head(console, step)
     word = "[green]right[/]" if step.verdict.ok else "[bold red]WRONG[/]"
     distance = "" if step.distance is None else f"   distance to the stage before {step.distance:.1e}"
     console.print(f"   {word}   {step.verdict}{distance}\n", soft_wrap=True)

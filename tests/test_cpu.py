@@ -322,6 +322,7 @@ def test_geometry_outside_cudas_limits(grid, block, shared_mem):
 
 def test_ctrl_c_stops_a_launch():
     code = (f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+            "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
             "import test_cpu as t; print('running', flush=True); t.run('endless', t.floats())")
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process.stdout.readline()

@@ -79,7 +79,7 @@ def _tint(color):
     return LinearSegmentedColormap.from_list("tint", ["white", color])
 
 
-def _bare(ax, keep_title=True):
+def _bare(ax):
     ax.set_xticks([])
     ax.set_yticks([])
     for side in ax.spines.values():

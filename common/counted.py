@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from common import bench, device, launch
+from common import bench, device, launch, watch
 from common.problem import Problem
 from stages import ROOT
 
@@ -127,7 +127,7 @@ SMALL = Problem(N=256)
 @functools.lru_cache(maxsize=64)
 def trace(stage, problem=SMALL):
     """The trace of a stage on a problem, kept: common.cpu.Trace."""
-    return launch.trace(stage, *problem.inputs(), causal=problem.causal)[1]
+    return watch.trace(stage, problem)
 
 
 COUNTED = ("global_bytes", "global_requests", "global_sectors", "shared_requests", "shared_wavefronts")
@@ -160,7 +160,7 @@ def _count(trace):
 
 def least_bytes(problem) -> int:
     """Q, K and V read once, O written once."""
-    return 4 * int(np.prod(problem.shape)) * np.dtype(problem.dtype).itemsize
+    return problem.least_bytes
 
 
 def limits(stage, problem, on=None) -> dict[str, float]:

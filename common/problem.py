@@ -46,6 +46,11 @@ class Problem:
         """Floating-point operations of the two matrix products, half of them if causal."""
         return 4 * self.batch * self.heads * self.N**2 * self.d / (2 if self.causal else 1)
 
+    @property
+    def least_bytes(self) -> int:
+        """What any program must move: Q, K and V read once, O written once."""
+        return 4 * self.batch * self.heads * self.N * self.d * np.dtype(self.dtype).itemsize
+
     def inputs(self, xp=np):
         """Q, K, V as arrays of xp (numpy or cupy), the same for the same seed and library."""
         rng = xp.random.default_rng(self.seed)

@@ -25,11 +25,6 @@ def trace(stage, problem, time_limit=None):
     return launch.trace(stage, Q, K, V, causal=problem.causal, time_limit=time_limit)[1]
 
 
-def least_bytes(problem) -> int:
-    """Q, K and V read once, O written once: float32."""
-    return 4 * 4 * problem.batch * problem.heads * problem.N * problem.d
-
-
 def _count(number) -> str:
     return f"{number:,}"
 
@@ -70,7 +65,7 @@ def listing(stage, seen):
 
 def totals(seen, problem) -> list[str]:
     """What the launch asked for in all, in sentences."""
-    asked, least = seen.global_load_bytes + seen.global_store_bytes, least_bytes(problem)
+    asked, least = seen.global_load_bytes + seen.global_store_bytes, problem.least_bytes
     return [
         f"global memory: {_bytes(seen.global_load_bytes)} loaded, {_bytes(seen.global_store_bytes)} stored; "
         f"{problem.flops / asked:.2f} FLOP for each byte asked",
@@ -95,7 +90,7 @@ def main(stage, problem, picture=None, as_json=False) -> int:
     with console.status("tracing"):
         seen = trace(stage, problem)
     if as_json:
-        print(json.dumps(seen.to_json() | {"flops": problem.flops, "least_bytes": least_bytes(problem)}, indent=1))
+        print(json.dumps(seen.to_json() | {"flops": problem.flops, "least_bytes": problem.least_bytes}, indent=1))
     console.print(f"[bold]{stage.file}[/]   {problem}\n")
     for line in listing(stage, seen):  # on a narrow terminal the source is cut off, not the counts
         console.print(line, no_wrap=True, overflow="ellipsis")
@@ -127,7 +122,7 @@ def traffic(problem, picture=None, as_json=False) -> int:
         if stage.is_cuda:
             with console.status(f"tracing stage {stage.number}"):
                 traces[stage.number] = trace(stage, problem)
-    least = least_bytes(problem)
+    least = problem.least_bytes
     rows = [
         dict(stage=n, name=STAGES[n].name, global_loads=t.global_load_bytes, global_stores=t.global_store_bytes,
              times_least=(t.global_load_bytes + t.global_store_bytes) / least,

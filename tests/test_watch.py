@@ -36,7 +36,7 @@ def shared_bytes(stage, d):
 
 def test_counts_are_those_of_the_algorithm():
     N, d = 256, 64
-    least = watch.least_bytes(Problem(N=N, d=d))
+    least = Problem(N=N, d=d).least_bytes
     for stage in CUDA:
         seen = watch.trace(stage, Problem(N=N, d=d))
         rows = N if stage.number == 3 else N // stage.tiles[d]["Br"]  # who reads all keys: each row, or each block

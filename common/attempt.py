@@ -63,11 +63,7 @@ def attempt(path: Path, like: int, problem: Problem, on=None, tell=lambda words:
     except launch.LaunchError as error:
         return stop("launch", [str(error)])
     tell("timing")
-    inputs = problem.inputs()
-    if on == "gpu":
-        import cupy
-
-        inputs = [cupy.asarray(array) for array in inputs]
+    inputs = problem.inputs(launch.library(on))
     both = {path.name: stage, f"stage {like}": STAGES[like]}
     runs = {name: launch.bind(s, *inputs, causal=problem.causal, on=on) for name, s in both.items()}
     times = (bench.time_gpu if on == "gpu" else bench.time_cpu)(runs, least=5, target_ms=100, budget_ms=2000)

@@ -130,10 +130,7 @@ def _describe(off, O, allowed):
 
 def check(stage, problem: Problem, *, on=None) -> Verdict:
     """Runs a stage on a problem, with O poisoned, and judges what it wrote."""
-    import importlib
-
-    xp = importlib.import_module("cupy") if on == "gpu" or (on is None and stage.is_cuda and launch.has_gpu()) else np
-    Q, K, V = problem.inputs(xp)
+    Q, K, V = problem.inputs(launch.library(launch.place(stage, on)))
     reference = Reference(Q, K, V, causal=problem.causal)
     return reference.verdict(launch.attention(stage, Q, K, V, causal=problem.causal, on=on, poison=True))
 

@@ -7,8 +7,6 @@ import math
 import sys
 from dataclasses import asdict, dataclass, replace
 
-import numpy as np
-
 from common import bench, check, device, launch
 from stages import STAGES
 
@@ -41,26 +39,18 @@ class Climb:
 
     def __init__(self, problem, on=None):
         self.problem, self.on = problem, on
-        self.cases = [(p, *self._prepare(p)) for p in check.relatives(problem)]
+        xp = launch.library(on or ("gpu" if launch.has_gpu() else "cpu"))
+        self.cases = [(p, *self._prepare(p, xp)) for p in check.relatives(problem)]
         self.before = None
 
-    def _prepare(self, problem):
-        inputs = problem.inputs(self._xp())
+    @staticmethod
+    def _prepare(problem, xp):
+        inputs = problem.inputs(xp)
         return inputs, check.Reference(*inputs, causal=problem.causal)
-
-    def _xp(self):
-        if self.on == "gpu" or (self.on is None and launch.has_gpu()):
-            import cupy
-
-            return cupy
-        return np
-
-    def where(self, stage) -> str:
-        return self.on or ("gpu" if stage.is_cuda and launch.has_gpu() else "cpu")
 
     def step(self, stage) -> Step:
         """Checks the stage on every case; the worst verdict counts, where worst is the largest error / allowed."""
-        verdicts, on = [], self.where(stage)
+        verdicts, on = [], launch.place(stage, self.on)
         before, self.before, distance = self.before, None, None
         for problem, inputs, reference in self.cases:
             try:
@@ -89,7 +79,7 @@ class Climb:
 
 def _move(arrays, on):
     """NumPy for what runs on the CPU, so that no copy is timed."""
-    return [a if on == "gpu" or isinstance(a, np.ndarray) else a.get() for a in arrays]
+    return arrays if on == "gpu" else [check.host(a) for a in arrays]
 
 
 def _placed(verdict, problem):
@@ -114,7 +104,7 @@ def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
     console.print(f"[bold]{problem}[/], float32, seed {problem.seed}\n")
     steps = []
     for stage in stages:
-        if why := device.can_run(stage, "gpu" if run.where(stage) == "gpu" else "cpu"):
+        if why := device.can_run(stage, "gpu" if launch.place(stage, on) == "gpu" else "cpu"):
             _print_head(console, stage)
             console.print(f"   left out: {why} `make doctor` says what would mend that.\n", soft_wrap=True)
             continue

@@ -83,6 +83,20 @@ def has_gpu() -> bool:
     return gpu() is not None
 
 
+def place(stage, on=None) -> str:
+    """Where a stage runs: `on`, or by default a CUDA stage on the GPU where there is one, everything else on the CPU."""
+    return on or ("gpu" if stage.is_cuda and has_gpu() else "cpu")
+
+
+def library(on: str):
+    """numpy, or cupy for what runs on the GPU."""
+    if on == "gpu":
+        import cupy
+
+        return cupy
+    return np
+
+
 def _kind(name, array):
     kind = type(array).__module__.partition(".")[0]
     if kind not in ("numpy", "cupy", "torch") or not hasattr(array, "shape"):
@@ -124,8 +138,7 @@ def _problem(stage, Q, K, V, causal, scale, on):
         raise TypeError(f"scale must be a number or None, not {scale!r}")
     if not np.isfinite(float(scale)):
         raise ValueError(f"scale must be finite, not {scale!r}")
-    if on is None:
-        on = "gpu" if stage.is_cuda and has_gpu() else "cpu"
+    on = place(stage, on)
     if on not in ON:
         raise ValueError(f"on must be one of {', '.join(ON)}, not {on!r}")
     if on == "gpu" and not has_gpu():

@@ -27,6 +27,7 @@ class Attempt:
     stopped   what ended the examination, "" if nothing: compile, launch, trace or check
     words     what is wrong, a sentence each
     ms        {name: milliseconds} of the kernel and of the stage it is like, where both were timed
+    traced    False where there is no C++ compiler to trace with
     """
 
     file: str
@@ -37,19 +38,21 @@ class Attempt:
     findings: list[dict]
     on: str = ""
     ms: dict | None = None
+    traced: bool = True
 
 
 def attempt(path: Path, like: int, problem: Problem, on=None, tell=lambda words: None) -> Attempt:
     """Examines a .cu file. OSError if it cannot be read."""
     stage = STAGES[like].patched(path.read_text(encoding="utf-8"), str(path))
     on = on or ("gpu" if launch.has_gpu() else "cpu")
+    traced = on == "cpu" or bool(device.compiler())  # a GPU's owner may have no C++ compiler
 
     def stop(why, words, findings=()):
         return Attempt(str(path), like, False, why, words, [asdict(f) for f in findings], on)
 
     try:
         tell("tracing")
-        for N in (100, 64) if on == "cpu" or device.compiler() else ():  # a GPU's owner may have no C++ compiler
+        for N in (100, 64) if traced else ():
             small = Problem(1, 2, N, problem.d, problem.causal)
             seen = watch.trace(stage, small, time_limit=TIME_LIMIT)
             if seen.findings:
@@ -68,7 +71,7 @@ def attempt(path: Path, like: int, problem: Problem, on=None, tell=lambda words:
     both = {path.name: stage, f"stage {like}": STAGES[like]}
     runs = {name: launch.bind(s, *inputs, causal=problem.causal, on=on) for name, s in both.items()}
     times = (bench.time_gpu if on == "gpu" else bench.time_cpu)(runs, least=5, target_ms=100, budget_ms=2000)
-    return Attempt(str(path), like, True, "", [], [], on, {name: t.ms for name, t in times.items()})
+    return Attempt(str(path), like, True, "", [], [], on, {name: t.ms for name, t in times.items()}, traced)
 
 
 def explain(stage, problem, on) -> list[str]:
@@ -110,7 +113,8 @@ def main(path, like, problem, on=None, as_json=False) -> int:
     if as_json:
         print(json.dumps(asdict(found), indent=1))
     if found.right:
-        console.print(f"[bold green]right[/]   {path}, like stage {like}: no races, no stray accesses, and the numbers of stage 1")
+        seen = "no races, no stray accesses, and" if found.traced else "(not traced: no C++ compiler)"
+        console.print(f"[bold green]right[/]   {path}, like stage {like}: {seen} the numbers of stage 1")
         (mine, a), (stage, b) = found.ms.items()
         console.print(f"   {mine} {a:.3f} ms, {stage} {b:.3f} ms at {problem}: {b / a:.2f} times as fast")
         if found.on == "cpu":

@@ -20,16 +20,6 @@ from stages import bugs as planted
 BLANK = "____"
 
 
-def patched(stage, *patches, file=None):
-    """A stage with texts replaced: (old, new), where old must stand in the source exactly once."""
-    text = stage.text
-    for old, new in patches:
-        if text.count(old) != 1:
-            raise ValueError(f"{old!r} stands {text.count(old)} times in {stage.file}, not once")
-        text = text.replace(old, new)
-    return stage.patched(text, file)
-
-
 def fold(title, body) -> str:
     """Markdown that opens on a click."""
     return f"<details><summary>{title}</summary>\n\n{body}\n\n</details>"
@@ -277,7 +267,7 @@ EXPERIMENTS = {
 def experiment(name):
     """The stage that an experiment changes, changed."""
     number, *patches = EXPERIMENTS[name]
-    return patched(STAGES[number], *patches)
+    return STAGES[number].changed(*patches)
 
 
 def compare(name, problem=ARTICLE) -> show.Text:
@@ -551,7 +541,7 @@ class Exercise:
         return self.true[len(before) : len(self.true) - len(after)]
 
     def filled(self, answer):
-        return patched(STAGES[self.stage], (self.true, self.gap.replace(BLANK, answer)))
+        return STAGES[self.stage].changed((self.true, self.gap.replace(BLANK, answer)))
 
     def _repr_markdown_(self):
         source = show.source(self.filled(BLANK), self.section, self.nth)._repr_markdown_()

@@ -52,6 +52,15 @@ class Stage:
         changed = {d: {**constants, **(tiles or {}).get(d, {})} for d, constants in self.tiles.items()}
         return replace(self, source=source, file=file or self.file, tiles=changed)
 
+    def changed(self, *patches: tuple[str, str], file: str | None = None, tiles: dict | None = None) -> Stage:
+        """The same stage with texts replaced: (old, new), where old must stand in the source exactly once (ValueError)."""
+        text = self.text
+        for old, new in patches:
+            if text.count(old) != 1:
+                raise ValueError(f"{old!r} stands {text.count(old)} times in {self.file}, not once")
+            text = text.replace(old, new)
+        return self.patched(text, file, tiles)
+
     def attention(self, Q, K, V, *, causal=False, scale=None, on=None):
         """softmax(scale Q K^T) V, see common.launch.attention."""
         from common import launch

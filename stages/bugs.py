@@ -54,13 +54,10 @@ class Bug:
 
     def planted(self) -> Stage:
         """The stage with the bug in it. ValueError if the source no longer has what the patch replaces."""
-        stage = STAGES[self.stage]
-        text = stage.text
-        for old, new in self.patches:
-            if text.count(old) != 1:
-                raise ValueError(f"bug {self.name!r}: {old!r} stands {text.count(old)} times in {stage.file}, not once")
-            text = text.replace(old, new)
-        return stage.patched(text, tiles={self.d: self.tiles})
+        try:
+            return STAGES[self.stage].changed(*self.patches, tiles={self.d: self.tiles})
+        except ValueError as error:
+            raise ValueError(f"bug {self.name!r}: {error}") from None
 
 
 SILENT = "numbers that look right"

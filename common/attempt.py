@@ -58,19 +58,16 @@ def attempt(path: Path, like: int, problem: Problem, on=None, tell=lambda words:
             if seen.findings:
                 return stop("trace", [f"traced at {small}:", *watch.sentences(seen)], seen.findings)
         tell("checking")
-        for p in check.relatives(problem):
-            verdict = check.check(stage, p, on=on)
-            if not verdict.ok:
-                return stop("check", [f"{p.family} inputs, {p}: {verdict}", *explain(stage, p, on)])
+        if wrong := check.first_wrong(stage, problem, on=on):
+            relative, words = wrong
+            return stop("check", [words, *explain(stage, relative, on)])
     except launch.CompileError as error:
         return stop("compile", [str(error)])
     except launch.LaunchError as error:
         return stop("launch", [str(error)])
     tell("timing")
-    inputs = problem.inputs(launch.library(on))
     both = {path.name: stage, f"stage {like}": STAGES[like]}
-    runs = {name: launch.bind(s, *inputs, causal=problem.causal, on=on) for name, s in both.items()}
-    times = (bench.time_gpu if on == "gpu" else bench.time_cpu)(runs, least=5, target_ms=100, budget_ms=2000)
+    times = bench.time_stages(both, problem, on, least=5)
     return Attempt(str(path), like, True, "", [], [], on, {name: t.ms for name, t in times.items()}, traced)
 
 

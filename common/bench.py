@@ -197,6 +197,13 @@ def time_gpu(functions: dict, **limits) -> dict[str, Times]:
         return _rounds(functions, sample, **limits)
 
 
+def time_stages(stages: dict, problem: Problem, on: str, **limits) -> dict[str, Times]:
+    """{name: Stage} -> {name: Times} of a problem, all on "gpu" or all on "cpu". `limits`: see _rounds."""
+    inputs = problem.inputs(launch.library(on))
+    runs = {name: launch.bind(stage, *inputs, causal=problem.causal, on=on) for name, stage in stages.items()}
+    return (time_gpu if on == "gpu" else time_cpu)(runs, **limits)
+
+
 def _rounds(functions, sample, *, least=50, target_ms=100, budget_ms=2000, rounds=5, tell=lambda share: None):
     """Times all functions in alternating rounds, so that a drifting clock touches each alike.
 

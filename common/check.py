@@ -8,7 +8,7 @@ A fixed tolerance cannot do this: at N = 4096 the right output is so small that 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -102,11 +102,8 @@ def _stage1(Q, K, V, dtype, causal, scale, product=None):
 
 @functools.cache
 def _attention1(product):
-    text, theirs = STAGES[1].text, "Q @ K.swapaxes(-1, -2)"
-    assert text.count(theirs) == 1
-    space = {"__name__": STAGES[1].file, "product": product}
-    exec(compile(text if product is None else text.replace(theirs, "product(Q, K)"), STAGES[1].file, "exec"), space)
-    return space["attention"]
+    stage = STAGES[1].changed(("Q @ K.swapaxes(-1, -2)", "product(Q, K)")) if product else STAGES[1]
+    return launch.load(stage, product=product)
 
 
 def _describe(off, O, allowed):
@@ -135,10 +132,17 @@ def check(stage, problem: Problem, *, on=None) -> Verdict:
     return reference.verdict(launch.attention(stage, Q, K, V, causal=problem.causal, on=on, poison=True))
 
 
+def first_wrong(stage, problem: Problem, *, on=None) -> tuple[Problem, str] | None:
+    """The first of a problem's relatives that a stage gets wrong, and what is wrong in words; None if it is right."""
+    for relative in relatives(problem):
+        verdict = check(stage, relative, on=on)
+        if not verdict.ok:
+            return relative, f"{relative.family} inputs, {relative}: {verdict}"
+    return None
+
+
 def relatives(problem: Problem):
     """The problem and its small ragged relatives: every family, and shapes at which wrong kernels are found out."""
-    from dataclasses import replace
-
     for family in FAMILIES:
         yield replace(problem, family=family)
     for N in (1, 100, 257):

@@ -266,16 +266,27 @@ def bind(stage, Q, K, V, *, causal=False, scale=None, on=None, poison=False, wor
     return again
 
 
-def _bind_python(stage, problem, Q, K, V, poison, workers):
-    space = {"__name__": stage.file}
+def load(stage, **names):
+    """The function `attention` of a Python stage, whose source may use these names besides its own."""
+    space = {"__name__": stage.file, **names}
     exec(compile(stage.text, stage.file, "exec"), space)
-    return lambda: space["attention"](Q, K, V, causal=problem.causal, scale=problem.scale)
+    return space["attention"]
+
+
+def _bind_python(stage, problem, Q, K, V, poison, workers):
+    attention = load(stage)
+    return lambda: attention(Q, K, V, causal=problem.causal, scale=problem.scale)
+
+
+def _place_cuda(stage, problem):
+    """Grid, block, and the arguments that follow the four arrays."""
+    B, H, N, d = problem.shape
+    return *geometry(stage, d, N, B * H), (np.int32(N), np.float32(problem.scale))
 
 
 def _bind_cuda(stage, problem, Q, K, V, poison, workers):
-    B, H, N, d = problem.shape
-    grid, block = geometry(stage, d, N, B * H)
-    scalars = np.int32(N), np.float32(problem.scale)
+    d = problem.shape[-1]
+    grid, block, scalars = _place_cuda(stage, problem)
     if problem.on == "gpu":
         import cupy
 
@@ -321,10 +332,9 @@ def trace(stage, Q, K, V, *, causal=False, scale=None, time_limit=None):
     problem = _problem(stage, Q, K, V, causal, scale, "trace")
     if not stage.is_cuda:
         raise ValueError(f"stage {stage.number} is not a CUDA source: there is nothing to trace")
-    B, H, N, d = problem.shape
-    grid, block = geometry(stage, d, N, B * H)
+    grid, block, scalars = _place_cuda(stage, problem)
     q, k, v = (_to_host(problem.kind, array) for array in (Q, K, V))
     O = aligned(problem.shape, q.dtype, fill=np.nan)
-    kernel = cpu_kernel(stage, d, problem.causal, "trace")
-    seen = kernel(grid, block, (q, k, v, O, np.int32(N), np.float32(problem.scale)), time_limit=time_limit)
+    kernel = cpu_kernel(stage, problem.shape[-1], problem.causal, "trace")
+    seen = kernel(grid, block, (q, k, v, O, *scalars), time_limit=time_limit)
     return _back(problem.kind, O, Q), seen

@@ -12,7 +12,7 @@ import textwrap
 from dataclasses import dataclass, field
 from html import escape
 
-from common import bench, device, launch
+from common import bench, device
 from common.counted import (
     CARDS,
     H200,
@@ -333,14 +333,10 @@ def times(*stages, problem=ARTICLE) -> Times:
     python, cuda = ([s for s in stages if s.is_cuda == wanted] for wanted in (False, True))
     found, where = {}, []
     if python:
-        bound = {s: launch.bind(s, *p.inputs(), causal=p.causal, on="cpu") for s in python}
-        found |= bench.time_cpu(bound, least=5, budget_ms=500)
+        found |= bench.time_stages({s: s for s in python}, p, "cpu", least=5, budget_ms=500)
         where.append(f"NumPy measured here, on {device.cores()} cores ({device.facts()['cpu']}).")
     if cuda and device.gpu():
-        import cupy
-
-        inputs = p.inputs(cupy)
-        found |= bench.time_gpu({s: launch.bind(s, *inputs, causal=p.causal, on="gpu") for s in cuda}, least=20, budget_ms=1000)
+        found |= bench.time_stages({s: s for s in cuda}, p, "gpu", least=20, budget_ms=1000)
         where.append(f"CUDA measured here, on the {device.gpu().name}.")
     elif cuda and record():
         name = next((name for name, known in record().shapes.items() if same(Problem(**known), p)), None)

@@ -291,11 +291,8 @@ def compare(name, problem=ARTICLE) -> show.Text:
 
 def _pair(name, problem):
     """Milliseconds of the true and of the changed stage, in alternating rounds."""
-    import cupy
-
-    inputs = problem.inputs(cupy)
     both = {"true": STAGES[EXPERIMENTS[name][0]], "changed": experiment(name)}
-    found = bench.time_gpu({k: launch.bind(s, *inputs, on="gpu") for k, s in both.items()}, least=20, budget_ms=1000)
+    found = bench.time_stages(both, problem, "gpu", least=20, budget_ms=1000)
     return found["true"].ms, found["changed"].ms
 
 
@@ -577,23 +574,17 @@ class Exercise:
             if seen.findings:
                 return f"It runs into trouble: {seen.findings[0].message}"
         with np.errstate(all="ignore"):
-            for problem in check.relatives(Problem(1, 2, 200)):
-                if not (verdict := check.check(stage, problem)).ok:
-                    mask = "causal" if problem.causal else "full"
-                    return f"Wrong: {problem.family} inputs, N = {problem.N}, {mask}: {verdict}"
+            if wrong := check.first_wrong(stage, Problem(1, 2, 200)):
+                return f"Wrong: {wrong[1]}"
         return self.quick and self.quick(show.trace(stage))
 
     def _timed(self, stage):
         both = {"yours": stage, "the true one": STAGES[self.stage]}
         if stage.is_cuda and device.gpu():
-            import cupy
-
-            inputs = ARTICLE.inputs(cupy)
-            found = bench.time_gpu({k: launch.bind(s, *inputs) for k, s in both.items()}, least=20, budget_ms=500)
+            found = bench.time_stages(both, ARTICLE, "gpu", least=20, budget_ms=500)
             where = f"on the {device.gpu().name}"
         else:
-            inputs = ARTICLE.inputs()
-            found = bench.time_cpu({k: launch.bind(s, *inputs, on="cpu") for k, s in both.items()}, least=3, budget_ms=300)
+            found = bench.time_stages(both, ARTICLE, "cpu", least=3, budget_ms=300)
             where = "on this CPU" + (", which says nothing about a GPU" if stage.is_cuda else "")
         return f"{', '.join(f'{name} {t.ms:.3g} ms' for name, t in found.items())}, one head, N = 1024, {where}."
 

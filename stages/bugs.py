@@ -180,10 +180,8 @@ def catch(bug: Bug, on=None) -> tuple[str, str]:
         if bug.caught_by in ("resources", "trace", "far"):
             words = {"resources": _resources, "trace": _trace, "far": _far}[bug.caught_by](bug, stage)
             return (bug.caught_by, words) if words else ("nothing", "")
-        for problem in check.relatives(Problem(1, 2, 200, bug.d)):
-            verdict = check.check(stage, problem, on=on)
-            if not verdict.ok:
-                return "check", f"{problem.family} inputs, {problem}: {verdict}"
+        if wrong := check.first_wrong(stage, Problem(1, 2, 200, bug.d), on=on):
+            return "check", wrong[1]
     except launch.CompileError as error:
         return "compiler", str(error)
     except launch.LaunchError as error:

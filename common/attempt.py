@@ -7,7 +7,6 @@ run elsewhere; then checked; then timed beside the stage.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -102,9 +101,9 @@ def _run(stage, problem, on):
 
 def main(path, like, problem, on=None, as_json=False) -> int:
     """0 if the kernel is right, 1 if it is wrong."""
-    from rich.console import Console
+    from common import terminal
 
-    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = terminal.console(as_json)
     with console.status("") as status:
         found = attempt(path, like, problem, on, tell=lambda words: status.update(f"{path.name}: {words}"))
     if as_json:

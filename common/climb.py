@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import asdict, dataclass, replace
 
 from common import bench, check, device, launch
@@ -94,11 +93,11 @@ def climb(stages, problem, *, on=None, as_json=False, alone=False) -> int:
 
     alone  one stage was asked for: it is set beside the one before it
     """
-    from rich.console import Console
+    from common import terminal
 
     if alone and stages[0].number > 1:
         stages = [STAGES[stages[0].number - 1], *stages]
-    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = terminal.console(as_json)
     with console.status("preparing inputs and the float64 reference"):
         run = Climb(problem, on)
     console.print(f"[bold]{problem}[/], float32, seed {problem.seed}\n")
@@ -132,9 +131,9 @@ def _print_step(console, step):
 
 
 def _print_table(console, steps):
-    from rich.table import Table
+    from common import terminal
 
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    table = terminal.table()
     for name, justify in (("stage", "left"), ("", "left"), ("on", "left"), ("", "left"), ("error / allowed", "right"),
                           ("ms", "right"), ("p20 – p80", "right"), ("× before", "right"), ("TFLOP/s", "right")):
         table.add_column(name, justify=justify)

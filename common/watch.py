@@ -8,7 +8,6 @@ caches answer most of them.
 from __future__ import annotations
 
 import json
-import sys
 
 from common import launch
 from stages import ROOT, STAGES
@@ -84,9 +83,9 @@ def sentences(seen) -> list[str]:
 
 def main(stage, problem, picture=None, as_json=False) -> int:
     """`make trace-4`: 1 if anything was found, else 0."""
-    from rich.console import Console
+    from common import terminal
 
-    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 200)
+    console = terminal.console(as_json, 200)
     with console.status("tracing"):
         seen = trace(stage, problem)
     if as_json:
@@ -113,10 +112,9 @@ def main(stage, problem, picture=None, as_json=False) -> int:
 
 def traffic(problem, picture=None, as_json=False) -> int:
     """`make traffic`: the global bytes that each CUDA stage asks for, one table and one bar chart."""
-    from rich.console import Console
-    from rich.table import Table
+    from common import terminal
 
-    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = terminal.console(as_json)
     traces = {}
     for stage in STAGES.values():
         if stage.is_cuda:
@@ -133,7 +131,7 @@ def traffic(problem, picture=None, as_json=False) -> int:
     ]
     if as_json:
         print(json.dumps(dict(problem=str(problem), least_bytes=least, rows=rows), indent=1))
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0), title=str(problem), title_justify="left")
+    table = terminal.table(title=str(problem), title_justify="left")
     for name in ("stage", "", "global loads", "global stores", "× least", "FLOP/byte", "shared loads", "shared a block", "conflicts"):
         table.add_column(name, justify="left" if name in ("stage", "") else "right")
     for r in rows:
@@ -144,6 +142,7 @@ def traffic(problem, picture=None, as_json=False) -> int:
     console.print(f"[dim]{CANNOT}[/]", soft_wrap=True)
     if picture is None and not as_json:
         picture = ROOT / ".cache" / "traffic.png"
+        picture.parent.mkdir(exist_ok=True)
     if picture:
         from common import show
 

@@ -15,7 +15,6 @@ BUGS serves the tests, `make bugs` and the notebooks.
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -229,14 +228,14 @@ def _far(bug, stage) -> str:
 
 def main(names=(), as_json=False, on=None) -> int:
     """`make bugs`: runs the bugs whose name or stage is asked for; 1 if one is caught by nothing or by the wrong thing."""
-    from rich.console import Console
     from rich.progress import track
-    from rich.table import Table
+
+    from common import terminal
 
     chosen = [b for b in BUGS if not names or any(n in (b.name, str(b.stage)) or n in b.name for n in names)]
     if not chosen:
         raise ValueError(f"no bug is named {' or '.join(names)}")
-    console = Console(quiet=as_json, highlight=False, width=None if sys.stdout.isatty() else 130)
+    console = terminal.console(as_json)
     found = []
     for bug in track(chosen, "running the planted bugs", console=console, transient=True):
         with np.errstate(all="ignore"):  # NumPy's own warnings are not what must catch a bug
@@ -244,7 +243,7 @@ def main(names=(), as_json=False, on=None) -> int:
         found.append(dict(bug=bug.name, stage=bug.stage, sees=bug.sees, expected=bug.caught_by, caught_by=by, words=words))
     if as_json:
         print(json.dumps(found, indent=1))
-    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table = terminal.table()
     for name in ("stage", "bug", "must be caught by", "caught by", "in these words"):
         table.add_column(name, overflow="fold")
     for row in found:

@@ -333,6 +333,15 @@ def _line_text(stage, line):
     return text if len(text) < 41 else text[:39] + " …"
 
 
+def _together(example):
+    """How many lanes shared memory serves at once: the rule of count_wavefronts in cpu/trace.cpp."""
+    if example.size < 8:
+        return 32
+    at = example.lanes
+    pairs = any(all(at[i ^ by] in (None, at[i]) for i in range(32) if at[i]) for by in (1, 2))
+    return 128 // example.size * (2 if pairs else 1)
+
+
 def _request(ax, counted, example, title=None):
     """One request of a warp: lanes along x; banks (shared) or sectors (global) along y. Red edges: a bank conflict."""
     lanes = [(lane, *at) for lane, at in enumerate(example.lanes) if at]
@@ -353,12 +362,12 @@ def _request(ax, counted, example, title=None):
         )
         for y in range(len(touched) + 1):
             ax.axhline(y - 0.5, color=PALE, lw=0.6, zorder=0)
-    asked = {}  # (lanes served together, bank) -> words: 16 bytes a lane go out by quarters of the warp, 8 by halves
+    asked, together = {}, _together(example)  # (lanes served together, bank) -> words
     for word in words:
-        asked.setdefault((word[0] * max(4, example.size) // 128, place[word]), set()).add(word[1:])
+        asked.setdefault((word[0] // together, place[word]), set()).add(word[1:])
     same = len({at for at in example.lanes if at}) == 1
     for word in words:
-        conflict = shared and len(asked[word[0] * max(4, example.size) // 128, place[word]]) > 1
+        conflict = shared and len(asked[word[0] // together, place[word]]) > 1
         width = 1.0 if same else 0.84  # one word for all: one bar
         ax.add_patch(
             _rect(

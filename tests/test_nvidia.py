@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from common import launch, nvidia
+from common import launch, nvidia, pictures
 from common.problem import Problem
 from stages import ROOT, STAGES
 
@@ -44,6 +44,16 @@ def test_wide_shared_loads_cost_what_they_cost_on_an_h200(vector, name):
     Q.reshape(-1)[1024:1056] = [eval(PATTERNS[name].replace("/", "//"), {"l": l}) for l in range(32)]
     (line,) = launch.trace(stage, Q, K, V, scale=0)[1].at(8, "shared", "load")
     assert [line.wavefronts, line.conflicts] == MEASURED[f"{vector} {name}"]
+    assert drawn_wavefronts(line.examples[0]) == line.wavefronts
+
+
+def drawn_wavefronts(example):
+    """The same by the grouping that pictures use: the pictures must not say otherwise than the counts."""
+    words = {}
+    for lane, (_, offset) in enumerate(example.lanes):
+        for word in range(offset // 4, (offset + example.size) // 4):
+            words.setdefault(lane // pictures._together(example), {}).setdefault(word % 32, set()).add(word)
+    return sum(max(map(len, banks.values())) for banks in words.values())
 
 
 @pytest.mark.gpu

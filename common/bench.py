@@ -17,8 +17,8 @@ import numpy as np
 
 from common import check, device, launch
 from common.problem import ARTICLE, FULL_64, FULL_128, Problem
+from stages import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ROOT / "stages" / "timings"
 
 SHAPES = {
@@ -103,7 +103,7 @@ class Record:
 
     @property
     def file(self) -> str:
-        return re.sub("[^a-z0-9]+", "-", (self.gpu or "cpu").lower()) + ".json"
+        return file_of(self.gpu)
 
     def percent(self, row: Row) -> float | None:
         """Percent of this GPU's fp32 ceiling; None for what did not run on it."""
@@ -133,6 +133,11 @@ class Record:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
             (Path(folder) / path.name).write_text(self.dump())
             os.replace(Path(folder) / path.name, path)
+
+
+def file_of(gpu: str | None) -> str:
+    """The name of a GPU's record: "NVIDIA H200" -> "nvidia-h200.json"."""
+    return re.sub("[^a-z0-9]+", "-", (gpu or "cpu").lower()) + ".json"
 
 
 def records() -> list[Record]:

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from stages import ROOT
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,15 @@ def version(name: str) -> str | None:
     return None
 
 
-def compiler() -> str | None:
-    """The C++ compiler that runs kernels on the CPU ($CXX, else the first there is), by its own first line."""
+def compilers() -> list[list[str]]:
+    """The commands that may be the C++ compiler, best first: $CXX alone where it is set."""
     wanted = shlex.split(os.environ.get("CXX", ""))
-    for command in [wanted] if wanted else [["g++"], ["clang++"], ["c++"]]:
+    return [wanted] if wanted else [["g++"], ["clang++"], ["c++"]]
+
+
+def compiler() -> str | None:
+    """The C++ compiler that runs kernels on the CPU, by its own first line."""
+    for command in compilers():
         if answer := _output(*command, "--version"):
             return answer.split("\n")[0]
     return None

@@ -186,7 +186,7 @@ def profile(stage, problem, as_json=False, save=None, commit=None) -> int:
     if refusal:
         print(f"Not saved: {refusal}.", file=sys.stderr)
         return 0
-    path = save or RECORDS / (re.sub(r"\W+", "-", device.gpu().name.lower()) + ".json")
+    path = save or RECORDS / bench.file_of(device.gpu().name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=1) + "\n")
     return 0

@@ -27,6 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
+from common.device import compilers
+
 from . import abi
 from .rewrite import CompileError, blank, kernels, parameters, place, reached, shared
 from .trace import KINDS, Example, Finding, LaunchError, LineCounts, Trace, Watched, counts_of, findings_of
@@ -48,11 +50,10 @@ BLOCK_LIMITS, GRID_LIMITS = (1024, 1024, 64), (2**31 - 1, 65535, 65535)
 
 def compiler() -> list[str]:
     """The C++ compiler as a command; raises CompileError with what to install when there is none."""
-    wanted = shlex.split(os.environ.get("CXX", ""))
-    for command in [wanted] if wanted else [["g++"], ["clang++"], ["c++"]]:
+    for command in compilers():
         if shutil.which(command[0]):
             return command
-    missing = f"CXX={os.environ['CXX']} was not found" if wanted else "no C++ compiler was found"
+    missing = f"CXX={os.environ['CXX']} was not found" if os.environ.get("CXX", "").strip() else "no C++ compiler was found"
     raise CompileError(f"{missing}: running .cu files on the CPU needs one (Debian, Ubuntu: sudo apt install g++; "
                        "Fedora: sudo dnf install gcc-c++; macOS: xcode-select --install)")
 
